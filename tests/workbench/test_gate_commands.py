@@ -1,0 +1,100 @@
+"""The commands `check` and `selftest`, as a user types them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from workbench import __main__ as shell
+
+Call = Callable[..., "Done"]
+
+PLUGIN = '''"""Variants for a test of the gate."""
+
+from torch import Tensor
+
+from workbench.variant import variant
+
+
+@variant(op="residual_rmsnorm")
+def lazy(branch: Tensor, residual: Tensor, weight: Tensor, out: Tensor, scale: float) -> None:
+    """Writes zeros."""
+    out.zero_()
+'''
+
+
+@dataclasses.dataclass
+class Done:
+    """What a command answered."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture
+def workbench(capsys: pytest.CaptureFixture[str]) -> Call:
+    """Calls a command in this process."""
+
+    def call(*words: str) -> Done:
+        code = shell.run(words)
+        return Done(code, *capsys.readouterr())
+
+    return call
+
+
+def test_check_passes_a_right_variant(workbench: Call) -> None:
+    done = workbench("check", "op=residual_rmsnorm", "variant=eager", "tokens=3", "hidden=32", "seed=1", "--json")
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads(done.stdout)
+    assert (row["variant"], row["status"], row["failure"]) == ("eager", "passed", None)
+    assert row["margin"] <= 1
+
+
+def test_check_tells_what_is_wrong_and_the_line_it_tells_repeats_it(workbench: Call, tmp_path: Path) -> None:
+    plugin = tmp_path / "plugin.py"
+    plugin.write_text(PLUGIN)
+    words = ["check", "op=residual_rmsnorm", "variant=lazy", f"plugin={plugin}", "tokens=3", "hidden=32", "seeds=1"]
+    done = workbench(*words)
+    assert done.returncode == 1, done.stderr
+    assert "failed" in done.stdout
+    assert "wrong values in" in done.stdout
+    # the line may be wrapped; what it says is one command
+    line = " ".join(done.stdout.split("to repeat it: ")[1].split())
+    assert line.startswith("workbench check op=residual_rmsnorm variant=lazy tokens=3 hidden=32 regime=ordinary seed=0")
+    again = workbench(*line.split("workbench ")[1].split(), "--json")
+    assert again.returncode == 1
+    (row,) = json.loads(again.stdout)
+    assert row["failure"]["kind"] == "wrong values" and row["failure"]["seed"] == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("check", "op=residual_rmsnorm", "regime=ordinry"), "did you mean 'ordinary'"),
+        (("check", "op=residual_rmsnorm", "variant=eagr"), "did you mean 'eager'"),
+        (("check", "op=residual_rmsnorm", "seeds=0"), "seeds= must be 1 or more"),
+        (("selftest", "op=residual_rmsnorm", "mutant=weight_mising"), "did you mean 'weight_missing'"),
+        (("selftest",), "selftest needs op="),
+    ],
+)
+def test_mistakes_are_one_line_that_names_the_right_word(workbench: Call, words: tuple[str, ...], said: str) -> None:
+    done = workbench(*words)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_selftest_lists_mutants_and_its_kill_rate(workbench: Call) -> None:
+    done = workbench("selftest", "op=residual_rmsnorm", "mutant=eps_missing,weight_missing,one_rounding", "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    data = json.loads(done.stdout)
+    assert data["ok"] and data["kill_rate"] == 1
+    found = {row["mutant"]: row for row in data["mutants"]}
+    assert found["eps_missing"]["killed"] and found["eps_missing"]["by"]["kind"] == "wrong values"
+    assert found["one_rounding"]["allowed"] and not found["one_rounding"]["killed"]
+    assert all(row["ok"] for group in ("law", "impostors", "faults") for row in data[group])

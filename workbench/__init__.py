@@ -1,0 +1,1 @@
+"""The bench: contracts, registry, gate, timing, store and command line."""

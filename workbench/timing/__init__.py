@@ -1,0 +1,1 @@
+"""How long a variant takes: protocol, samples (worker), statistics (parent), limits of the machine."""
