@@ -1,0 +1,1 @@
+"""The competitors: `variants/<op>/<name>.py`, one file a variant."""

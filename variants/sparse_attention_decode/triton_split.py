@@ -1,0 +1,241 @@
+"""Two Triton kernels: the chosen blocks split over programs, then the parts merged by their log-sum-exp and gated.
+
+A program takes a run of the chosen blocks of one sequence and key-value head, with its 16 query heads as the rows
+of a tile, and leaves maximum, sum and unnormalised output in float32. The second kernel takes a query head of a
+sequence, merges its parts in a fixed order and applies the gate.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from workbench.contract import Workload
+from workbench.variant import variant
+
+PAGE, GROUP, DIM = 64, 16, 128
+PROGRAMS = 264
+"""Programs that fill a GPU of 132 multiprocessors twice."""
+INTERPRETED_SPLITS, INTERPRETED_STEP = 2, 16
+"""Splits, and blocks taken at once, under Triton's interpreter, which pays by the operation and not by the element."""
+
+
+@triton.jit
+def _rounded(x, INTERPRETED: tl.constexpr):
+    # To bfloat16 and back. Triton's interpreter truncates where a GPU rounds to nearest even, so there the rounding
+    # is done on the bits.
+    if INTERPRETED:
+        bits = x.to(tl.int32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+        return bits.to(tl.float32, bitcast=True)
+    return x.to(tl.bfloat16).to(tl.float32)
+
+
+@triton.jit
+def _split_kernel(
+    q,
+    lengths,
+    block_table,
+    blocks,
+    k_cache,
+    v_cache,
+    parts,
+    sums,
+    q_row,
+    q_head,
+    table_row,
+    blocks_row,
+    blocks_head,
+    k_page,
+    k_head,
+    k_key,
+    v_page,
+    v_head,
+    v_key,
+    count,
+    scale,
+    SPLITS: tl.constexpr,
+    STEP: tl.constexpr,
+    PAGE: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    split, kv_head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    length = tl.load(lengths + sequence)
+    if length < 0:
+        return
+    row, key, dim = tl.arange(0, GROUP), tl.arange(0, STEP * PAGE), tl.arange(0, DIM)
+    within = key % PAGE
+    head = kv_head * GROUP + row
+    query = tl.load(q + sequence * q_row + head[:, None] * q_head + dim[None, :])
+    chosen = blocks + sequence * blocks_row + kv_head * blocks_head
+    table = block_table + sequence * table_row
+    k_base = k_cache + kv_head * k_head + dim[None, :]
+    v_base = v_cache + kv_head * v_head + dim[None, :]
+
+    top = tl.full((GROUP,), float("-inf"), tl.float32)
+    total = tl.zeros((GROUP,), tl.float32)
+    mean = tl.zeros((GROUP, DIM), tl.float32)
+    # No more entries are used than there are blocks: the rest of the list is -1.
+    used = tl.minimum(count, tl.cdiv(length, PAGE))
+    share = tl.cdiv(used, SPLITS)
+    last = tl.minimum(used, (split + 1) * share)
+    # The pages of the next step are looked up one step ahead: addresses that wait for nothing can be pipelined.
+    entry = split * share + key // PAGE
+    block = tl.load(chosen + entry, mask=entry < last, other=-1)
+    page = tl.load(table + tl.maximum(block, 0)).to(tl.int64)
+    for first in range(split * share, last, STEP):
+        seen = tl.where(block >= 0, block * PAGE + within, length) < length
+        keys = tl.load(k_base + (page * k_page + within * k_key)[:, None], mask=seen[:, None], other=0.0)
+        values = tl.load(v_base + (page * v_page + within * v_key)[:, None], mask=seen[:, None], other=0.0)
+        entry = first + STEP + key // PAGE
+        block = tl.load(chosen + entry, mask=entry < last, other=-1)
+        page = tl.load(table + tl.maximum(block, 0)).to(tl.int64)
+        if INTERPRETED:
+            logits = tl.dot(query.to(tl.float32), tl.trans(keys.to(tl.float32))) * scale
+        else:
+            logits = tl.dot(query, tl.trans(keys)) * scale
+        logits = tl.where(seen[None, :], logits, float("-inf"))
+        higher = tl.maximum(top, tl.max(logits, 1))
+        shift = tl.where(higher == float("-inf"), 0.0, higher)
+        weights = tl.exp2(logits - shift[:, None])
+        fade = tl.exp2(top - shift)
+        total = total * fade + tl.sum(weights, 1)
+        if INTERPRETED:
+            bits = weights.to(tl.int32, bitcast=True)  # as in _rounded; a call costs the interpreter milliseconds
+            bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+            rounded = bits.to(tl.float32, bitcast=True)
+            mean = mean * fade[:, None] + tl.dot(rounded, values.to(tl.float32))
+        else:
+            mean = tl.dot(weights.to(tl.bfloat16), values, mean * fade[:, None])
+        top = higher
+
+    heads = tl.num_programs(1) * GROUP
+    place = (sequence * heads + head) * SPLITS + split
+    tl.store(parts + place[:, None] * DIM + dim[None, :], mean)
+    tl.store(sums + place * 2, top)
+    tl.store(sums + place * 2 + 1, total)
+
+
+@triton.jit
+def _merge_kernel(
+    parts,
+    sums,
+    gate,
+    lengths,
+    out,
+    gate_row,
+    out_row,
+    heads,
+    SPLITS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    sequence = tl.program_id(1).to(tl.int64)
+    if tl.load(lengths + sequence) < 0:
+        return
+    head, split, dim = tl.program_id(0) * HEADS + tl.arange(0, HEADS), tl.arange(0, WIDTH), tl.arange(0, DIM)
+    place = (sequence * heads + head[None, :]) * SPLITS + split[:, None]
+    there = split[:, None] < SPLITS
+    top = tl.load(sums + place * 2, mask=there, other=float("-inf"))
+    total = tl.load(sums + place * 2 + 1, mask=there, other=0.0)
+    part = tl.load(parts + place[:, :, None] * DIM + dim[None, None, :], mask=there[:, :, None], other=0.0)
+    weight = tl.exp2(top - tl.max(top, 0)[None, :])
+    mean = tl.sum(part * weight[:, :, None], 0) / tl.sum(total * weight, 0)[:, None]
+    column = head[:, None] * DIM + dim[None, :]
+    opened = tl.sigmoid(tl.load(gate + sequence * gate_row + column).to(tl.float32))
+    gated = _rounded(mean, INTERPRETED) * _rounded(opened, INTERPRETED)
+    tl.store(out + sequence * out_row + column, _rounded(gated, INTERPRETED).to(tl.bfloat16))
+
+
+def choose(workload: Workload) -> dict[str, Any]:
+    """As many splits as fill the GPU twice, no more than there are pairs of blocks."""
+    pairs = min(workload["topk_blocks"], -(-workload["context"] // PAGE)) // 2
+    wanted = min(max(1, pairs), max(1, PROGRAMS // (2 * workload["batch"])))
+    return {"splits": max(s for s in (1, 2, 4, 8, 16, 32, 48) if s <= wanted)}
+
+
+@variant(
+    requires=("triton",),
+    arch=">=sm_80",
+    runs_on=("cuda", "interpreter"),
+    tunables={
+        "splits": (1, 2, 4, 8, 16, 32, 48, 96),
+        "step": (1, 2),
+        "num_warps": (2, 4, 8),
+        "num_stages": (1, 2, 3, 4),
+    },
+    heuristic=choose,
+)
+def triton_split(
+    q: Tensor,
+    gate: Tensor,
+    lengths: Tensor,
+    block_table: Tensor,
+    blocks: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    out: Tensor,
+    *,
+    splits: int = 8,
+    step: int = 1,
+    num_warps: int = 4,
+    num_stages: int = 3,
+) -> None:
+    """Split, merge, gate. `step`: chosen blocks taken at once."""
+    batch, heads, dim = q.shape
+    kv_heads, count = k_cache.shape[1], blocks.shape[2]
+    interpreted = q.device.type != "cuda"
+    if interpreted:
+        splits, step = min(splits, INTERPRETED_SPLITS), INTERPRETED_STEP
+    parts = torch.empty(batch, heads, splits, dim, dtype=torch.float32, device=q.device)
+    sums = torch.empty(batch, heads, splits, 2, dtype=torch.float32, device=q.device)
+    _split_kernel[(splits, kv_heads, batch)](
+        q,
+        lengths,
+        block_table,
+        blocks,
+        k_cache,
+        v_cache,
+        parts,
+        sums,
+        *q.stride()[:2],
+        block_table.stride(0),
+        *blocks.stride()[:2],
+        *k_cache.stride()[:3],
+        *v_cache.stride()[:3],
+        count,
+        dim**-0.5 * 1.4426950408889634,
+        SPLITS=splits,
+        STEP=step,
+        PAGE=PAGE,
+        GROUP=GROUP,
+        DIM=DIM,
+        INTERPRETED=interpreted,
+        num_warps=num_warps,
+        num_stages=num_stages,
+    )
+    merged = heads if interpreted else 1
+    _merge_kernel[(heads // merged, batch)](
+        parts,
+        sums,
+        gate,
+        lengths,
+        out,
+        gate.stride(0),
+        out.stride(0),
+        heads,
+        SPLITS=splits,
+        WIDTH=triton.next_power_of_2(splits),
+        HEADS=merged,
+        DIM=DIM,
+        INTERPRETED=interpreted,
+        num_warps=4,
+    )
