@@ -293,7 +293,7 @@ def prefill_spans(args: Mapping[str, Any]) -> list[tuple[int, int, int]]:
     ]
 
 
-def make_inputs(op: str, seed: int, regime: str, sizes: Mapping[str, int], device: torch.device) -> dict[str, Any]:
+def make_inputs(op: str, seed: int, regime: str, sizes: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     """Arguments of any of the four ops, in call order.
 
     `sizes`: `batch`, `context` (keys of the longest sequence), `tokens` (a prefill op), `topk_blocks` (a sparse

@@ -172,7 +172,8 @@ class Competitor:
             calls *= 1 if wall >= self.settings.span_s else 4
         raise Failure(
             Status.FORGED,
-            f"claims {median_us:.3g} µs a call; by the parent's clock calls without a pause take {pace:.3g} µs each",
+            f"claims {median_us:.3g} µs a call; by the parent's clock calls without a pause take {pace:.3g} µs each "
+            "(or something else kept the machine busy: measure again when it is quiet)",
         )
 
     def _waited(self) -> float:

@@ -176,7 +176,9 @@ class Contract:
         """
         for name, value in axes.items():
             self._check_axis(name, value)
-        return Workload(self.name, tuple((name, axes.get(name, axis.default)) for name, axis in self.axes.items()), preset)
+        return Workload(
+            self.name, tuple((name, axes.get(name, axis.default)) for name, axis in self.axes.items()), preset
+        )
 
     def _check_axis(self, name: str, value: AxisValue) -> None:
         if name not in self.axes:

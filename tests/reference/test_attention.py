@@ -18,7 +18,7 @@ def _draw(name: str, *shape: int, scale: float = 1.0) -> Tensor:
     return normal(stream_key("test_attention", name), shape, scale=scale)
 
 
-def _naive(q: Tensor, keys: Tensor, values: Tensor, seen: Tensor) -> Tensor:
+def _naive(q: Tensor, keys: Tensor, values: Tensor, seen: list[list[int]]) -> Tensor:
     """One query [H, D] over the keys `seen` [KV] lists of indices, a head at a time."""
     out = torch.zeros(q.shape, dtype=torch.float64)
     for head in range(q.shape[0]):

@@ -38,7 +38,7 @@ def test_variant_agrees_with_the_oracle_in_every_regime(op: str, name: str) -> N
     if reason is not None:
         pytest.skip(reason)
     for size in SIZES[op]:
-        workload = law.workload(**size)
+        workload = law.workload("custom", **size)
         for regime in law.regimes if size["batch"] > 1 else law.regimes[:1]:
             args = law.make_inputs(workload, 0, regime, DEVICE)
             args["out"].fill_(float("nan"))

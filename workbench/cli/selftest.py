@@ -52,12 +52,13 @@ def _run(request: Request) -> Reply:
         entry: dict[str, Any] = {"op": name}
         counts = []
         for group, plural in _GROUPS.items():
-            members = [outcome for outcome in outcomes if outcome.group == group]
+            members = [outcome for outcome in outcomes if outcome.group == group and not outcome.allowed]
             entry[plural] = [outcome.to_json() for outcome in members]
-            due = [o for o in members if not o.allowed and (o.killed or not o.ok)]
+            due = [o for o in members if o.killed or not o.ok]
             if group != "law":
                 counts.append(f"{sum(o.killed and o.ok for o in due)} of {len(due)} {plural}")
         due = [o for o in outcomes if o.group == "mutant" and not o.allowed]
+        entry["allowed"] = [outcome.to_json() for outcome in outcomes if outcome.allowed]
         entry["kill_rate"] = sum(o.ok for o in due) / len(due) if due else None
         entry["ok"] = all(outcome.ok for outcome in outcomes)
         failed = failed or not entry["ok"]

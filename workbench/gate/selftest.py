@@ -47,7 +47,10 @@ class Outcome:
     note: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """This outcome as JSON-able data, under its group's name: `{"mutant": …, "killed": …, "by": …}`."""
+        """This outcome as JSON-able data, under its group's name: `{"mutant": …, "killed": …, "by": …}`.
+
+        A mutant that the law allows, and that the gate must let pass, goes under `"allowed"` instead.
+        """
         by = None
         if self.by is not None:
             by = {
@@ -58,13 +61,12 @@ class Outcome:
                 "sentence": self.by.sentence,
             }
         return {
-            self.group: self.name,
+            "allowed" if self.allowed else self.group: self.name,
             "killed": self.killed,
             "ok": self.ok,
             "by": by,
             "rule": self.rule,
             "ought": self.ought,
-            "allowed": self.allowed,
             "note": self.note,
         }
 
