@@ -23,10 +23,12 @@ from typing import Any
 
 import click
 from click.shell_completion import CompletionItem
+from rich.table import Table
 
 from workbench.command import Command, Reply, command_files, console, parse_words
 from workbench.completion import COMPLETE_VARIABLE, answers
 from workbench.errors import UsageError, nearest
+from workbench.fitting import fitted
 
 FAULT = 70
 """Exit code of a fault of the workbench itself (sysexits' EX_SOFTWARE)."""
@@ -157,7 +159,7 @@ def execute(command: Command, words: Sequence[str], *, as_json: bool = False, sh
     except UsageError as mistake:
         return _fail(str(mistake), 2, as_json)
     except KeyboardInterrupt:
-        return _interrupted()
+        return _fail("interrupted", 130, as_json)
     except Exception as fault:
         if show_traceback:
             traceback.print_exc()
@@ -177,7 +179,7 @@ def _show(reply: Reply, as_json: bool) -> None:
     else:
         out = console()
         for part in reply.text:
-            out.print(part, soft_wrap=isinstance(part, str))
+            out.print(fitted(part, out) if isinstance(part, Table) else part, soft_wrap=isinstance(part, str))
     sys.stdout.flush()
 
 
@@ -187,11 +189,6 @@ def _fail(message: str, code: int, as_json: bool) -> int:
     if as_json:
         print(json.dumps({"error": line, "code": code}, ensure_ascii=False))
     return code
-
-
-def _interrupted() -> int:
-    print("workbench: interrupted", file=sys.stderr)
-    return 130
 
 
 def plain(value: Any) -> Any:
@@ -230,7 +227,7 @@ def run(arguments: Sequence[str]) -> int:
     except click.ClickException as mistake:
         return _fail(mistake.format_message(), 2, as_json)
     except (click.Abort, KeyboardInterrupt):
-        return _interrupted()
+        return _fail("interrupted", 130, as_json)
 
 
 def _version(ctx: click.Context, parameter: click.Parameter, value: bool) -> None:

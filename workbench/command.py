@@ -220,6 +220,14 @@ def size(text: str) -> int:
     return int(match[1]) * _UNITS[match[2].lower()]
 
 
+def count(text: str) -> int:
+    """A number of things to try, from 1 to 65536: `200`, `1k`."""
+    found = size(text)
+    if not 1 <= found <= 1 << 16:
+        raise UsageError("must be a whole number from 1 to 64k")
+    return found
+
+
 def sizes(text: str) -> list[int]:
     """`1,8,64k` as a list of whole numbers."""
     return [size(word) for word in words(text)]
@@ -230,7 +238,10 @@ def duration(text: str) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(ms|s|min|m|h)?", text.strip())
     if match is None:
         raise UsageError(f"{text!r} is no time; write it as 90s, 5m or 2h")
-    return float(match[1]) * _SECONDS[match[2] or "s"]
+    found = float(match[1]) * _SECONDS[match[2] or "s"]
+    if not found:
+        raise UsageError("must be longer than nothing; write it as 90s, 5m or 2h")
+    return found
 
 
 def flag(text: str) -> bool:

@@ -13,6 +13,8 @@ class UsageError(Exception):
 def nearest(word: str, known: Iterable[str]) -> str:
     """`did you mean 'batch'?` and what else there is."""
     names = list(known)
+    if not names:
+        return "there are none"
     close = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
     listing = ", ".join(names)
     return f"did you mean {close[0]!r}? (there are: {listing})" if close else f"there are: {listing}"

@@ -130,7 +130,10 @@ def refusal(variant: Variant, workload: Workload | None, device: torch.device) -
         if not satisfies(variant.arch, major * 10 + minor):
             return f"needs {variant.arch}, this GPU is sm_{major}{minor}"
     if workload is not None and variant.supports is not None:
-        return variant.supports(workload)
+        try:
+            return variant.supports(workload)
+        except Exception as fault:  # a foreign function may fail in any way; the reason is shown
+            return f"its supports() failed: {_one_line(fault)}"
     return None
 
 
@@ -146,15 +149,18 @@ def parameters(variant: Variant, workload: Workload, given: Mapping[str, Any]) -
         if unknown:
             raise UsageError(f"{variant.path}: the heuristic sets {unknown[0]!r}; {nearest(unknown[0], result)}")
         result.update(chosen)
-    for name, value in given.items():
-        if name not in variant.tunables:
-            known = nearest(name, variant.tunables) if variant.tunables else "it has none"
-            raise UsageError(f"variant {variant.name!r} of {variant.op} has no tunable {name!r}; {known}")
-        choices = {str(choice): choice for choice in variant.tunables[name]}
-        if str(value) not in choices:
-            raise UsageError(f"{name}={value}: {nearest(str(value), choices)}")
-        result[name] = choices[str(value)]
-    return result
+    return result | {name: tunable(variant, name, value) for name, value in given.items()}
+
+
+def tunable(variant: Variant, name: str, value: Any) -> Any:
+    """The choice of a tunable that `value`, perhaps a text as typed, stands for. UsageError if there is none."""
+    if name not in variant.tunables:
+        known = nearest(name, variant.tunables) if variant.tunables else "it has none"
+        raise UsageError(f"variant {variant.name!r} of {variant.op} has no tunable {name!r}; {known}")
+    choices = {str(choice): choice for choice in variant.tunables[name]}
+    if str(value) not in choices:
+        raise UsageError(f"{variant.name}:{name}={value}: {nearest(str(value), choices)}")
+    return choices[str(value)]
 
 
 def prepare(variant: Variant, workload: Workload, args: Mapping[str, Any]) -> dict[str, Any]:
@@ -236,9 +242,10 @@ def _attempt(load: Callable[[], Variant], op: str, name: str, origin: str, shown
         return Entry(op, name, None, f"{shown} does not load: {_one_line(fault)}", origin)
 
 
-def _one_line(fault: Exception) -> str:
-    frames = traceback.extract_tb(fault.__traceback__)
-    where = f" (line {frames[-1].lineno} of {Path(frames[-1].filename).name})" if frames else ""
+def _one_line(fault: BaseException) -> str:
+    frames = [f for f in traceback.extract_tb(fault.__traceback__) if not f.filename.startswith("<frozen")]
+    inside = frames and not isinstance(fault, SyntaxError)  # which says itself where it is
+    where = f" (line {frames[-1].lineno} of {Path(frames[-1].filename).name})" if inside else ""
     text = str(fault).strip().splitlines()
     return f"{type(fault).__name__}: {text[0] if text else ''}{where}"
 
@@ -289,7 +296,7 @@ def _from_plugin(law: Contract, path: Path) -> list[Entry]:
             package = (missing.name or "").split(".")[0]
             reason = f"{path} does not load: {missing}" if package in ("", *_OWN) else missing_package(package)
             return [Entry(law.name, path.stem, None, reason, str(path))]
-        except Exception as fault:
+        except (Exception, SystemExit) as fault:
             del sys.modules[name]
             raise UsageError(f"plugin={path} does not load: {_one_line(fault)}") from fault
     functions = _declared(module)

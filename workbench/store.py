@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.exc import DatabaseError, OperationalError, SQLAlchemyError
 
 from workbench.errors import UsageError
 from workbench.record import Measurement, Status
@@ -122,8 +122,11 @@ class Store:
                 sa.event.listen(self._engine, "connect", _configure_sqlite)
             self._check_schema(create)
         except (SQLAlchemyError, OSError, ImportError) as fault:
-            cause = str(getattr(fault, "orig", None) or fault).splitlines()[0]
-            raise UsageError(f"store={self.shown} can't be used: {cause}; name another with store=PATH") from None
+            raise self._unusable(fault) from None
+
+    def _unusable(self, fault: BaseException | None) -> UsageError:
+        cause = str(getattr(fault, "orig", None) or fault).splitlines()[0]
+        return UsageError(f"store={self.shown} can't be used: {cause}; name another with store=PATH")
 
     def _prepare_folder(self, create: bool) -> None:
         if not self.url.startswith("sqlite:///"):
@@ -159,9 +162,11 @@ class Store:
         """The store itself."""
         return self
 
-    def __exit__(self, *_: object) -> None:
-        """Close it."""
+    def __exit__(self, kind: type[BaseException] | None, fault: BaseException | None, trace: object) -> None:
+        """Close it. UsageError in place of what a database says that is broken, full or gone."""
         self.close()
+        if isinstance(fault, OperationalError) or kind is DatabaseError:
+            raise self._unusable(fault) from fault
 
     def close(self) -> None:
         """Give the connections back."""

@@ -239,7 +239,8 @@ class Sweep:
             return Status.OK, None, record
         found = record["failure"]
         kinds = {"raised": Status.RAISED, "reference broke": Status.REFERENCE_BROKE}
-        return kinds.get(found["kind"], Status.FAILED_GATE), found["sentence"], record
+        said = found["detail" if found["kind"] in kinds else "sentence"]
+        return kinds.get(found["kind"], Status.FAILED_GATE), said, record
 
     def _set_up(self, racing: Sequence[Competitor], failures: dict[str, Failure]) -> None:
         """As many working sets for each as all want and memory holds, one more being made when contents are renewed.

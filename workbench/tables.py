@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from workbench.record import Measurement, Mode, Status, Verdict
+from workbench.timing.protocol import FEWEST
 
 if TYPE_CHECKING:
     from workbench.sweep import Outcome, Result
@@ -41,6 +42,11 @@ def spread(low: float | None, value: float | None, high: float | None) -> str:
     return number(value) if low is None else f"{number(value)} [{number(low)}, {number(high)}]"
 
 
+def share(value: float | None) -> str:
+    """A share of the limit in per cent; what rounds to nothing is not nothing."""
+    return "–" if value is None else "<1%" if 0 < value < 0.005 else f"{value:.0%}"
+
+
 def verdict(row: Measurement) -> Text:
     """The verdict in words: `SLOWER 1.52× [1.50, 1.54]` than the first, or that of the first over the next."""
     if row.verdict is None or row.ratio is None:
@@ -53,6 +59,9 @@ def verdict(row: Measurement) -> Text:
     as_ = f" as {row.versus}" if row.rank == 1 and row.verdict is Verdict.SAME else ""
     against = f" against {row.versus}" if row.rank == 1 and row.verdict is Verdict.UNDECIDED else ""
     text = f"{row.verdict.value}{than}{as_}{against} {value:.3g}× [{low:.3g}, {high:.3g}]"
+    rounds = len(row.rounds_us)
+    if row.verdict is Verdict.UNDECIDED and rounds < FEWEST:
+        text += f", {rounds} {'round' if rounds == 1 else 'rounds'} only"
     return Text(text, style=COLOURS[row.verdict])
 
 
@@ -66,9 +75,9 @@ def race_table(result: Result) -> Table:
     table.add_column("warm", justify="right")
     table.add_column("launch", justify="right")
     table.add_column("of limit", justify="right")
-    table.add_column("verdict", overflow="fold")
+    table.add_column("verdict")
     table.add_column("gate")
-    table.add_column("note", overflow="fold")
+    table.add_column("note")
     table.add_column("id")
     for row, name in zip(rows, [*result.ids, *[""] * (len(rows) - len(result.ids))]):
         table.add_row(
@@ -77,7 +86,7 @@ def race_table(result: Result) -> Table:
             spread(row.latency_low_us, row.latency_us, row.latency_high_us),
             number(row.warm_us),
             number(row.launch_us),
-            "–" if row.share_of_limit is None else f"{row.share_of_limit:.0%}",
+            share(row.share_of_limit),
             verdict(row),
             _gate(row),
             _note(row),
@@ -112,9 +121,11 @@ def footer(outcome: Outcome, store: str) -> list[str]:
     lines = [machine_line(machine)]
     if outcome.ceilings is not None:
         lines.append(f"ceilings measured here: {outcome.ceilings.label}")
-    lines.append(f"protocol {machine['protocol']}: " + "; ".join(text for mode, text in MODES.items() if mode in modes))
-    stopped = {result.stopped for result in outcome.results}
-    lines.append(f"run {outcome.run} in {store}: {', '.join(sorted(stopped))}; `workbench show ID` tells all of a row")
+    if modes:
+        how = "; ".join(text for mode, text in MODES.items() if mode in modes)
+        lines.append(f"protocol {machine['protocol']}: {how}")
+    stopped = ", ".join(sorted({result.stopped for result in outcome.results})) or "nothing was raced"
+    lines.append(f"run {outcome.run} in {store}: {stopped}; `workbench show ID` tells all of a row")
     return lines
 
 

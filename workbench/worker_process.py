@@ -7,6 +7,7 @@ clock and event functions it uses, before any variant is.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import faulthandler
 import json
 import os
@@ -24,7 +25,12 @@ import torch
 from workbench import fingerprint, registry
 from workbench.contract import Workload, contract
 from workbench.errors import UsageError
+from workbench.gate import check
+from workbench.gate.result import Failure as Found
+from workbench.gate.result import Kind
+from workbench.gate.seal import Seal
 from workbench.record import Failure, Status
+from workbench.timing import afterwards
 from workbench.timing.samples import Timer
 
 GRACE_S = 10.0
@@ -54,6 +60,7 @@ class Session:
         """See the class."""
         self.device = device
         self.timer: Timer | None = None
+        self.seal = Seal()
         self.given: dict[str, Any] = {}
 
     def hello(self) -> dict[str, Any]:
@@ -86,6 +93,7 @@ class Session:
         self.release()
         size = Workload(workload["op"], tuple((n, v) for n, v in workload["axes"]), workload["preset"])
         law = contract(size.op)
+        self.seal.extend()
         try:
             found = registry.find(size.op, variant, plugins)
         except UsageError as mistake:
@@ -112,9 +120,6 @@ class Session:
 
         Raises Failure where an exception of the variant says more than "raised": no memory, no build, a lost context.
         """
-        from workbench.gate import check
-        from workbench.gate.result import Kind
-
         timer = self._loaded()
         result = check(
             timer.law,
@@ -131,6 +136,9 @@ class Session:
             status = status_of({failure.detail.partition(":")[0]}, failure.detail)
             if status is not Status.RAISED:
                 raise Failure(status, failure.detail[:300], failure.traceback or "")
+        broken = self.seal.broken()
+        if failure is None and broken is not None:
+            result = dataclasses.replace(result, failure=Found(Kind.TAMPERED, broken, workload=timer.workload.label))
         self._empty_cache()
         return result.to_json()
 
@@ -175,11 +183,19 @@ class Session:
         return {}
 
     def judge(self, index: int) -> dict[str, Any]:
-        """Hold the outputs of a timed call against the law."""
-        from workbench.timing.afterwards import judge
-
+        """Hold a timed call against the law: inputs by set `index` of the last sample, outputs by those kept."""
         timer = self._loaded()
-        return {"wrong": judge(timer.law, *timer.timed_outputs(index), self.device), "seed": timer.seeds[index]}
+        seed, (left, found) = timer.seeds[index], timer.timed_outputs(index)
+        wrong = afterwards.changed_input(timer.law, left, found)
+        if timer.kept is not None:
+            seed, left, found = timer.kept.seed, *timer.kept_outputs()
+        wrong = wrong or afterwards.wrong_output(timer.law, left, found, self.device)
+        if timer.late is not None:
+            wrong = f"output {timer.late} of a timed call: it changed after the call had returned"
+        broken = self.seal.broken()
+        if wrong is None and broken is not None:
+            wrong = f"{Kind.TAMPERED.value}: {broken}"
+        return {"wrong": wrong, "seed": seed}
 
     def ceilings(self, seconds: float) -> dict[str, Any]:
         """What this machine can do at best."""

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import os
+import queue
 import sys
+import threading
 import time
+import types
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -122,25 +127,70 @@ def caches(branch: Tensor, residual: Tensor, weight: Tensor, out: Tensor, scale:
 
 @variant(op=OP)
 def forges(branch: Tensor, residual: Tensor, weight: Tensor, out: Tensor, scale: float) -> None:
-    """Right, but rewrites the function that takes the samples."""
-    from workbench.timing import samples
-
-    honest = samples.Timer.block
-    if honest.__name__ == "block":
-
-        def forged(self: samples.Timer, count: int, seed: int) -> list[float]:
-            return [0.001 for _ in honest(self, count, seed)]
-
-        samples.Timer.block = forged  # type: ignore[method-assign]
+    """Right, but has the timer that it finds on the stack report other samples."""
+    timer = sys._getframe(1).f_locals.get("self")
+    if type(timer).__name__ == "Timer" and "block" not in vars(timer):
+        honest = timer.block  # type: ignore[union-attr]
+        timer.block = lambda count, seed: [0.001 for _ in honest(count, seed)]  # type: ignore[union-attr]
     time.sleep(0.002)
     eager(branch, residual, weight, out, scale)
 
 
+_owed: dict[int, tuple[Any, ...]] = {}
+
+
+@variant(op=OP)
+def patches(branch: Tensor, residual: Tensor, weight: Tensor, out: Tensor, scale: float) -> None:
+    """Does the work when its outputs are copied, through a method that it puts in place of torch's."""
+    _owed[out.data_ptr()] = branch, residual, weight, out, scale
+    if Tensor.clone.__name__ == "late":
+        return
+    clone = Tensor.clone
+
+    def late(self: Tensor, **options: Any) -> Tensor:
+        while _owed and any("slab" in frame.f_locals for frame in _frames()):
+            eager(*_owed.popitem()[1])
+        return clone(self, **options)
+
+    Tensor.clone = late  # type: ignore
+
+
+@variant(op=OP)
+def watches(branch: Tensor, residual: Tensor, weight: Tensor, out: Tensor, scale: float) -> None:
+    """Leaves a default device, and with it a mode that sees every torch function, in place."""
+    eager(branch, residual, weight, out, scale)
+    if not torch._C._len_torch_function_stack():
+        torch.device(out.device).__enter__()
+
+
+_later: queue.Queue[tuple[Any, ...]] = queue.Queue()
+
+
+def _work() -> None:
+    while True:
+        args = _later.get()
+        time.sleep(0.001)
+        eager(*args)
+
+
+@variant(op=OP)
+def hands_off(branch: Tensor, residual: Tensor, weight: Tensor, out: Tensor, scale: float) -> None:
+    """Returns at once where it is timed; a thread does the work afterwards."""
+    if not timed():
+        eager(branch, residual, weight, out, scale)
+        return
+    if not any(thread.name == "later" for thread in threading.enumerate()):
+        threading.Thread(target=_work, name="later", daemon=True).start()
+    _later.put((branch, residual, weight, out, scale))
+
+
 def timed() -> bool:
     """Whether the caller is a block of samples: planted faults wait for it."""
-    frame = sys._getframe(1)
+    return any(frame.f_code.co_name == "_sample" for frame in _frames())
+
+
+def _frames() -> Iterator[types.FrameType]:
+    frame: types.FrameType | None = sys._getframe(2)
     while frame is not None:
-        if frame.f_code.co_name == "_sample":
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
+        yield frame
+        frame = frame.f_back

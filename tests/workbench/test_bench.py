@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -14,10 +15,11 @@ from typing import IO, Any
 
 import pytest
 
-from workbench import fingerprint
+from workbench import fingerprint, tables
 from workbench.__main__ import run
 from workbench.record import Measurement, Mode, Status, Verdict
 from workbench.store import VARIABLE, Store
+from workbench.sweep import Outcome
 
 PLANTED = str(Path(__file__).with_name("planted.py"))
 LINE = [
@@ -201,6 +203,8 @@ def test_history(kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["bench", "op=residual_rmsnrm"], "did you mean 'residual_rmsnorm'"),
         (["bench", "op=residual_rmsnorm", "token=3"], "tokens"),
         (["bench", "op=residual_rmsnorm", "device=gpu"], "there are: cuda, cpu"),
+        (["bench", "op=residual_rmsnorm", "device=cpu:3"], "write it as cuda, cuda:1 or cpu"),
+        (["bench", "op=residual_rmsnorm", "seeds=0"], "from 1 to 64k"),
         (["bench", "op=residual_rmsnorm", "store=/dev/null/x.db"], "name another with store=PATH"),
         (["bench", "op=residual_rmsnorm", "budget=fast"], "90s"),
         (["show", "m1", "store=/nowhere/x.db"], "there is no store"),
@@ -227,3 +231,18 @@ def test_wrong_variants_and_parameters_are_told(
             _setting("good", text, {"block": ["1", "2"]})
     assert run(["bench", "op=residual_rmsnorm", "variant=eagr", "device=cpu"]) == 2
     assert "did you mean 'eager'" in capsys.readouterr().err
+
+
+def test_a_verdict_says_how_little_it_rests_on() -> None:
+    (best, _) = rows(1.0, {}, "k", "g1")
+    few = dataclasses.replace(best, verdict=Verdict.UNDECIDED, rounds_us=((10.0,), (10.07,)), seeds=(1, 2))
+    assert tables.verdict(few).plain == "UNDECIDED against b 0.5× [0.49, 0.51], 2 rounds only"
+    assert tables.verdict(dataclasses.replace(best, verdict=Verdict.UNDECIDED)).plain.endswith("[0.49, 0.51]")
+    assert [tables.share(x) for x in (None, 0.0001, 0.5)] == ["–", "<1%", "50%"]
+
+
+def test_the_footer_claims_nothing_where_nothing_was_raced() -> None:
+    outcome = Outcome("r1", [], {"protocol": 2, "cpu": "a processor", "cores": 2}, None, False)
+    assert tables.footer(outcome, "here")[1:] == [
+        "run r1 in here: nothing was raced; `workbench show ID` tells all of a row"
+    ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -77,7 +77,7 @@ def test_check_tells_what_is_wrong_and_the_line_it_tells_repeats_it(workbench: C
     [
         (("check", "op=residual_rmsnorm", "regime=ordinry"), "did you mean 'ordinary'"),
         (("check", "op=residual_rmsnorm", "variant=eagr"), "did you mean 'eager'"),
-        (("check", "op=residual_rmsnorm", "seeds=0"), "seeds= must be 1 or more"),
+        (("check", "op=residual_rmsnorm", "seeds=0"), "seeds=0: must be a whole number from 1 to 64k"),
         (("selftest", "op=residual_rmsnorm", "mutant=weight_mising"), "did you mean 'weight_missing'"),
         (("selftest",), "selftest needs op="),
     ],
@@ -99,3 +99,34 @@ def test_selftest_lists_mutants_and_its_kill_rate(workbench: Call) -> None:
     assert all(row["killed"] for row in data["mutants"])
     assert [(row["allowed"], row["killed"]) for row in data["allowed"]] == [("one_rounding", False)]
     assert all(row["ok"] for group in ("law", "impostors", "faults") for row in data[group])
+
+
+def test_check_takes_tunables_of_those_that_have_them(workbench: Call) -> None:
+    plugin = Path(__file__).with_name("planted.py")
+    words = ["check", "op=residual_rmsnorm", f"plugin={plugin}", "tokens=3", "hidden=32", "seed=1", "regime=ordinary"]
+    done = workbench(*words, "block=2", "--json")
+    assert done.returncode == 0, done.stderr
+    assert [(row["variant"], row["status"]) for row in json.loads(done.stdout)] == [("good", "passed")]
+    done = workbench(*words, "block=3")
+    assert done.returncode == 2 and "good:block=3: there are: 1, 2" in done.stderr
+    done = workbench(*words, "block=2", "variant=slow")
+    assert done.returncode == 2 and "'slow' of residual_rmsnorm has no tunable 'block'; it has none" in done.stderr
+
+
+def test_an_interrupted_check_shows_what_it_has_and_what_is_left(
+    workbench: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rows(
+        request: object, law: object, chosen: object, sizes: object, device: object
+    ) -> Iterator[dict[str, object]]:
+        yield {"variant": "eager", "workload": "tokens=3 hidden=32", "status": "passed", "reason": None}
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("workbench.cli.check._rows", rows)
+    words = ("check", "op=residual_rmsnorm", "variant=compiled,eager", "tokens=3", "hidden=32")
+    done = workbench(*words)
+    assert done.returncode == 130 and "eager" in done.stdout
+    left = "what is left: workbench check op=residual_rmsnorm tokens=3 hidden=32 variant=compiled"
+    assert left in " ".join(done.stdout.split())
+    done = workbench(*words, "--json")
+    assert done.returncode == 130 and len(json.loads(done.stdout)) == 1

@@ -154,6 +154,8 @@ def test_plugin_mistakes_end_the_command(toy: Toy, tmp_path: Path) -> None:
     for text, expected in [
         ("x = 1\n", "declares no variant"),
         ("1 / 0\n", "does not load: ZeroDivisionError"),
+        ("raise SystemExit(3)\n", "does not load: SystemExit: 3"),
+        ("def (:\n", r"does not load: SyntaxError: invalid syntax \(bad.py, line 1\)$"),
         ("from workbench.variant import variant\n@variant()\ndef a(x): ...\n", "names no op"),
         ("from workbench.variant import variant\n@variant(op='doublign')\ndef a(x): ...\n", "did you mean 'doubling'"),
         (
@@ -248,6 +250,8 @@ def test_place_and_refusal(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     assert refusal(picky, workload, CPU) is None
     assert refusal(picky, workload.replace(n=3), CPU) == "needs n=64, got 3"
     assert refusal(picky, None, CPU) is None
+    broken = made(supports=lambda workload: 1 / 0)
+    assert "its supports() failed: ZeroDivisionError: division by zero" in str(refusal(broken, workload, CPU))
 
 
 @pytest.mark.parametrize(

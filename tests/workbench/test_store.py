@@ -166,6 +166,18 @@ def test_what_cannot_be_used_is_said(tmp_path: Path, store: Store) -> None:
         store.get("abc")
 
 
+def test_a_file_that_is_damaged_inside_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "damaged.db"
+    with Store(str(path)) as store:
+        store.start_run("bench", "r", {}, "k", "s", None)
+    with path.open("r+b") as file:
+        file.seek(4096)
+        file.write(b"\xff" * (path.stat().st_size - 4096))
+    with pytest.raises(UsageError, match=r"damaged.db can't be used: .*; name another with store=PATH"):  # noqa: SIM117
+        with Store(str(path)) as store:
+            store.runs()
+
+
 def test_another_schema_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "s.db"
     Store(str(path)).close()

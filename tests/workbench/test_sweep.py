@@ -56,7 +56,7 @@ def store(tmp_path: Path) -> Store:
 
 def test_every_kind_of_row(store: Store) -> None:
     told: list[str] = []
-    names = ("good", "slow", "wrong", "late_crash", "forges", "caches")
+    names = ("good", "slow", "wrong", "late_crash", "forges", "caches", "hands_off")
     outcome = Sweep(plan(*names), store, tell=told.append).run()
     (result,) = outcome.results
     rows: dict[str, Measurement] = {row.label: row for row in result.rows}
@@ -70,6 +70,7 @@ def test_every_kind_of_row(store: Store) -> None:
     assert rows["late_crash"].status is Status.CRASHED and "exit code 4" in str(rows["late_crash"].reason)
     assert rows["forges"].status is Status.FORGED and "by the parent's clock" in str(rows["forges"].reason)
     assert rows["caches"].status is Status.FAILED_GATE and "of a timed call" in str(rows["caches"].reason)
+    assert rows["hands_off"].status is Status.FAILED_GATE and "of a timed call" in str(rows["hands_off"].reason)
     assert all(row.latency_us is None for row in result.rows[2:])
     kept = store.measurements(run=outcome.run)
     assert [row["id"] for row in kept] == result.ids

@@ -123,6 +123,29 @@ def test_timed_outputs_are_judged_by_the_gate() -> None:
     assert judge(stale.law, *stale.timed_outputs(0), CPU) is not None
 
 
+def test_any_timed_call_may_be_the_one_that_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A variant that knows the last sample of a block and works only there."""
+    draws = iter((1, 4, 5))  # of two sets: the second of the first sample, then none of later ones
+    monkeypatch.setattr(samples.secrets, "randbelow", lambda below: next(draws))
+    calls: list[int] = []
+
+    def body(branch: Tensor, residual: Tensor, weight: Tensor, out: Tensor, scale: float) -> None:
+        calls.append(1)
+        if len(calls) > 4:
+            right(branch, residual, weight, out, scale)
+
+    made = timer(body)
+    made.prepare(1)
+    made.set_up(10, 2)
+    calls.clear()
+    made.block(3, 1000)
+    assert judge(made.law, *made.timed_outputs(1), CPU) is None
+    assert made.kept is not None and made.kept.seed == 1001
+    assert "output residual of a timed call" in str(judge(made.law, *made.kept_outputs(), CPU))
+    made.release()
+    assert made.kept is None
+
+
 def test_inputs_of_another_shape_are_our_own_fault() -> None:
     made = timer(right)
     made.prepare(1)

@@ -43,6 +43,13 @@ def test_a_gate_passed_and_a_gate_failed_are_results(worker: Worker, workload: W
     assert gate("leaves", workload, worker)["failure"]["kind"] == "raised"
 
 
+@pytest.mark.parametrize(("variant", "said"), [("patches", "Tensor.clone is not"), ("watches", "every torch function")])
+def test_what_the_gate_rests_on_is_not_replaced(workload: Workload, variant: str, said: str) -> None:
+    with Worker("cpu", timeout=100) as own:
+        found = gate(variant, workload, own)
+    assert found["failure"]["kind"] == "gate tampered with" and said in found["failure"]["detail"]
+
+
 @pytest.mark.parametrize(
     ("variant", "status", "said"),
     [

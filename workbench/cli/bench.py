@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import time
 from typing import TYPE_CHECKING, Any
 
-from workbench.command import Command, Key, Reply, Request, duration, flag, op, size, words
+from workbench.command import Command, Key, Reply, Request, count, duration, flag, op, words
 from workbench.errors import UsageError, nearest
 
 if TYPE_CHECKING:
@@ -57,6 +58,8 @@ def _device(name: str) -> str:
     kind = name.partition(":")[0]
     if kind not in BUDGET_S:
         raise UsageError(f"device={name}: {nearest(kind, BUDGET_S)}")
+    if re.fullmatch(r"cpu|cuda(:\d+)?", name) is None:
+        raise UsageError(f"device={name}: write it as cuda, cuda:1 or cpu")
     if kind == "cuda" and not torch.cuda.is_available():
         raise UsageError(f"device={name}: PyTorch finds no GPU here; `workbench doctor` says what it finds")
     return name
@@ -74,14 +77,17 @@ def _entrants(request: Request, law: Contract, device: str) -> tuple[list[Entran
     Both are asked of a worker, so that this process never runs a variant's code nor takes the GPU's memory.
     """
     from workbench.competitor import Entrant
-    from workbench.record import Failure
+    from workbench.record import Failure, Status
     from workbench.worker import Worker
 
     with Worker(device) as worker:
         try:
             listed = worker.ask("entries", op=law.name, plugins=list(request["plugin"]))["entries"]
         except Failure as failure:
-            raise UsageError(failure.reason.removeprefix("UsageError: ")) from None
+            if failure.status is Status.REFUSED:  # a mistake in what was asked for
+                raise UsageError(failure.reason.removeprefix("UsageError: ")) from None
+            files = f"plugin={','.join(request['plugin'])}" if request["plugin"] else f"the variants of {law.name}"
+            raise UsageError(f"{files} can't be listed: {failure.reason}") from None
         machine = dict(worker.hello["machine"])
     known: dict[str, dict[str, list[str]]] = {entry["name"]: entry["tunables"] for entry in listed}
     if not known:
@@ -158,7 +164,8 @@ def _reply(outcome: Outcome, store: str, command: str) -> Reply:
     bad = any(row.status.value not in FINE for result in outcome.results for row in result.rows)
     if outcome.interrupted:
         data["continue"] = command
-        line = f"interrupted; what is shown is kept. Go on with the same line: {command}"
+        kept = "what is shown is kept" if outcome.results else "gates passed so far are kept"
+        line = f"interrupted; {kept}. Go on with the same line: {command}"
         return Reply(data, [*text, Text(line, style="yellow")], 130)
     return Reply(data, text, 1 if bad else 0)
 
@@ -176,7 +183,7 @@ COMMAND = Command(
         Key("op", op, "the op to race", required=True),
         Key("variant", words, "who races: a,b or with parameters a:block_v=64,b (default: all)"),
         Key("budget", duration, "longest time of one workload's race, as 60s (default: 30s on a GPU, 10s on a CPU)"),
-        Key("seeds", size, "how many seeds the gate tries on each regime (default 1)", default=1),
+        Key("seeds", count, "how many seeds the gate tries on each regime (default 1)", default=1),
         Key("plugin", words, "files of variants of your own, a.py,b.py", default=()),
         Key("device", str, "cuda, cuda:1 or cpu (default: the GPU if there is one)"),
         Key("timeout", duration, "longest time a variant may take to load, build or be gated", default=600.0),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-from workbench.command import Command, Key, Reply, Request, one_of
+from workbench.command import Command, Key, Reply, Request, duration, one_of
 
 
 def _run(request: Request) -> Reply:
@@ -66,6 +67,8 @@ def _ceilings(device: str, request: Request) -> tuple[dict[str, Any] | None, str
     try:
         store = Store(request["store"], create=False)
     except UsageError:
+        if request["store"] is not None and Path(request["store"]).exists():
+            raise
         store = None
     try:
         with Worker(device) as worker:
@@ -99,7 +102,7 @@ COMMAND = Command(
             "auto",
             complete=lambda: _WHEN,
         ),
-        Key("seconds", float, "how long measuring may take", 4.0),
+        Key("seconds", duration, "how long measuring may take", 4.0),
         Key("store", str, "database that keeps ceilings (default: $WORKBENCH_STORE or .workbench/store.db)"),
     ),
     run=_run,

@@ -15,7 +15,7 @@ def _run(request: Request) -> Reply:
     from rich.table import Table
 
     from workbench.store import Store
-    from workbench.tables import machine_line, spread
+    from workbench.tables import machine_line, share, spread
 
     with Store(request["store"], create=False) as store:
         rows = [row for row in store.measurements(op=request["op"]) if row["latency_us"] is not None]
@@ -38,9 +38,16 @@ def _run(request: Request) -> Reply:
             gain = "" if best is None else f"{best / record.latency_us:.3g}×"
             if better:
                 best, bar = record.latency_us, record.latency_low_us
-            share = "–" if record.share_of_limit is None else f"{record.share_of_limit:.0%}"
             figure = spread(record.latency_low_us, record.latency_us, record.latency_high_us)
-            table.add_row(row["created"], row["revision"] or "–", record.label, figure, share, gain, row["id"])
+            table.add_row(
+                row["created"],
+                row["revision"] or "–",
+                record.label,
+                figure,
+                share(record.share_of_limit),
+                gain,
+                row["id"],
+            )
             data.append(
                 {
                     "machine": key,

@@ -6,7 +6,8 @@ what is wrong, where, by how much, and how to repeat it. What it looks for:
 - values, by the tolerance class of each output (`judge.py`);
 - writes outside the outputs, changed inputs, padding touched, memory left unwritten (`arena.py`);
 - results kept from an earlier call, other bits on a second run or at other addresses (`run.py`);
-- calls into the law, threads, other streams, CUDA graphs (`watch.py`).
+- calls into the law, threads, other streams, CUDA graphs (`watch.py`);
+- functions that the gate or the timing uses put out of their place (`seal.py`, in the worker).
 
 Its own worth is measured by mutants of the law and by planted faults (`selftest.py`).
 """
@@ -158,7 +159,8 @@ def check(
         if failure is None:
             _EDGES_PASSED[key] = count - before, max(margins, default=0.0), tuple(skipped)
     if failure is None and not judge_is_sound(device):
-        failure = Failure(Kind.TAMPERED, "after the run the gate passes what is wrong, or fails what is right")
+        text = "after the run the gate passes what is wrong, or fails what is right"
+        failure = Failure(Kind.TAMPERED, text, workload=workload.label)
     refusals = [text for text in graphs if text.startswith("not")]
     graph = refusals[0] if refusals else graphs[0] if graphs else _no_graph(device, thorough)
     return GateResult(

@@ -79,10 +79,16 @@ class Failure:
 
     def command(self, op: str, variant: str, extra: str = "") -> str:
         """The one line that repeats this case and nothing else; `extra` is appended (plugin=…)."""
-        words = ["workbench check", f"op={op}", f"variant={variant}", self.workload]
+        words = ["workbench check", f"op={op}", f"variant={variant}", self.case, extra]
+        return " ".join(word for word in words if word)
+
+    @property
+    def case(self) -> str:
+        """Workload, regime and seed as a user types them, as far as the failure belongs to one."""
+        words = [self.workload]
         words += [f"regime={self.regime}"] if self.regime else []
         words += [f"seed={self.seed}"] if self.seed is not None else []
-        return " ".join(word for word in [*words, extra] if word)
+        return " ".join(word for word in words if word)
 
 
 @dataclasses.dataclass(frozen=True)

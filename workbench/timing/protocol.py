@@ -15,7 +15,7 @@
    the ratio over common rounds, with an equivalence band (`stats.py`).
 8. Beside it: the same graph on one set (`warm`), the call's own time without and with synchronising (`launch`,
    `call`), and the one-off `prepare`.
-9. After the race the parent names a set at random; its outputs of the last timed calls are judged by the gate.
+9. After the race the gate judges the outputs of one timed call, drawn from all after they were made, and copied then.
 10. A time below nine tenths of the limit (cost at this machine's measured ceilings) is a failed measurement.
 """
 
@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 
-VERSION = 1
+VERSION = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,3 +70,6 @@ BELOW = 0.9
 
 CONFIDENCE = 0.95
 """Of every interval."""
+
+FEWEST = 3
+"""Rounds below which nothing is decided."""

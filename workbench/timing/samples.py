@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import functools
 import math
+import secrets
+import time
 from collections.abc import Callable, Mapping
 from time import perf_counter_ns
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +21,7 @@ from workbench import registry
 from workbench.contract import Contract, Workload
 from workbench.fingerprint import last_level_cache
 from workbench.gate.arena import bits, poison, size_in_bytes
+from workbench.gate.run import LATE, roomy
 from workbench.record import Failure, Mode, Status
 from workbench.timing.flush import Flush
 from workbench.timing.protocol import CACHES_FILLED, MOST_SETS, SETTINGS
@@ -26,6 +29,14 @@ from workbench.variant import Variant
 
 EAGER_SETS = 8
 """Most sets where calls can't be captured: more launches would not fit the GPU's queue."""
+
+
+class Kept(NamedTuple):
+    """Outputs of one timed call, and the seeds of its inputs and of its set's weights."""
+
+    outputs: dict[str, Tensor]
+    seed: int
+    weight_seed: int
 
 
 class Timer:
@@ -58,6 +69,9 @@ class Timer:
         self._flush: Flush | None = None
         self._graphs: tuple[Any, Any] | None = None
         self._events: tuple[Any, Any] | None = None
+        self.kept: Kept | None = None
+        self.late: str | None = None
+        self._sampled, self._room = 0, False
         self._host_s = 0.0
         self._inputs_s = self._call_s = 0.0
 
@@ -96,6 +110,8 @@ class Timer:
             self.sets.append(registry.prepare(self.variant, self.workload, self._inputs(seed + index)))
         self.seeds = [seed + index for index in range(count)]
         self._weight_seeds = list(self.seeds)
+        self.kept, self.late, self._sampled = None, None, 0
+        self._room = roomy({name: self.sets[0][name] for name in self.law.outputs}, self.device)
         if self.cuda:
             cost = self.law.cost(self.workload)
             self._flush = Flush(self.device, cost.bytes_written / max(1, cost.bytes_read + cost.bytes_written))
@@ -120,6 +136,7 @@ class Timer:
                 seed += 1
             self._sync()
             samples.append(self._sample(self._all_sets, 0))
+            self._keep()
         return samples
 
     def warm(self, count: int, seed: int) -> list[float]:
@@ -154,15 +171,43 @@ class Timer:
 
     def timed_outputs(self, index: int) -> tuple[dict[str, Any], dict[str, Any]]:
         """Set `index` as the last timed call left it, and the arguments made anew as that call found them."""
-        found = self._inputs(self.seeds[index])
-        weights = self._inputs(self._weight_seeds[index]) if self.law.weights else {}
-        return self.sets[index], {**found, **{name: weights[name] for name in self.law.weights}}
+        return self.sets[index], self._made(self.seeds[index], self._weight_seeds[index])
+
+    def kept_outputs(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """As `timed_outputs`, of the call that was kept; its inputs are as it found them."""
+        assert self.kept is not None
+        found = self._made(self.kept.seed, self.kept.weight_seed)
+        return {**found, **self.kept.outputs}, found
+
+    def _keep(self) -> None:
+        """Keep the outputs of one call of the samples taken so far, every sample being as likely as any other.
+
+        It is drawn once the calls have returned: no call can know whether it will be judged. On a CPU the outputs of
+        the sample's last call are watched for a while: a thread that works behind comes to them last. (A GPU has been
+        waited for.) Where memory is short nothing is kept.
+        """
+        if not self._room:
+            return
+        last = {} if self.cuda else {name: self.sets[-1][name].clone() for name in self.law.outputs}
+        self._sampled += 1
+        index = secrets.randbelow(len(self.sets) * self._sampled)
+        if index < len(self.sets):
+            copies = {name: self.sets[index][name].clone() for name in self.law.outputs}
+            self.kept = Kept(copies, self.seeds[index], self._weight_seeds[index])
+            time.sleep(LATE if last else 0.0)
+            changed = [name for name, x in last.items() if not torch.equal(bits(x), bits(self.sets[-1][name]))]
+            self.late = self.late or next(iter(changed), None)
 
     def release(self) -> None:
         """Give the memory back."""
         self.sets, self.seeds = [], []
-        self._graphs = self._flush = None
+        self._graphs = self._flush = self.kept = None
         self._release_cache()
+
+    def _made(self, seed: int, weight_seed: int) -> dict[str, Any]:
+        """The arguments of a timed call, made anew."""
+        weights = self._inputs(weight_seed) if self.law.weights else {}
+        return {**self._inputs(seed), **{name: weights[name] for name in self.law.weights}}
 
     def _inputs(self, seed: int) -> dict[str, Any]:
         args = self.law.make_inputs(self.workload, seed, "ordinary", self.device)

@@ -21,7 +21,7 @@ import numpy
 import scipy.stats
 
 from workbench.record import Verdict
-from workbench.timing.protocol import CONFIDENCE, Settings
+from workbench.timing.protocol import CONFIDENCE, FEWEST, Settings
 
 ENOUGH = 6
 """Rounds from which on the bootstrap's interval is believed."""
@@ -148,7 +148,7 @@ def band(their_time_us: float, settings: Settings) -> float:
 
 def judge(found: Interval, rounds: int, width: float) -> Verdict:
     """The verdict for a ratio; see the head of this file."""
-    if rounds < 3:
+    if rounds < FEWEST:
         return Verdict.UNDECIDED
     if rounds < ENOUGH:
         width = max(width, FEW)
