@@ -147,8 +147,8 @@ def test_ceilings(store: Store) -> None:
 def test_where_it_lies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
     assert place(None) == "sqlite:///.workbench/store.db"
-    monkeypatch.setenv(VARIABLE, "/tmp/x.db")
-    assert place(None) == "sqlite:////tmp/x.db"
+    monkeypatch.setenv(VARIABLE, "/srv/x.db")
+    assert place(None) == "sqlite:////srv/x.db"
     assert place("postgresql://host/db") == "postgresql://host/db"
 
 
