@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from variants._splits import merge_kernel
 from workbench.contract import Workload
 from workbench.variant import variant
 
@@ -23,17 +24,6 @@ PROGRAMS = 264
 SPLITS = (1, 2, 4, 8, 16, 32, 64, 128)
 INTERPRETED_SPLITS, INTERPRETED_STEP = 2, 16
 """Splits, and blocks taken at once, under Triton's interpreter, which pays by the operation and not by the element."""
-
-
-@triton.jit
-def _rounded(x, INTERPRETED: tl.constexpr):
-    # To bfloat16 and back. Triton's interpreter truncates where a GPU rounds to nearest even, so there the rounding
-    # is done on the bits.
-    if INTERPRETED:
-        bits = x.to(tl.int32, bitcast=True)
-        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
-        return bits.to(tl.float32, bitcast=True)
-    return x.to(tl.bfloat16).to(tl.float32)
 
 
 @triton.jit
@@ -100,7 +90,7 @@ def _split_kernel(
         fade = tl.exp2(top - shift)
         total = total * fade + tl.sum(weights, 1)
         if INTERPRETED:
-            bits = weights.to(tl.int32, bitcast=True)  # as in _rounded; a call costs the interpreter milliseconds
+            bits = weights.to(tl.int32, bitcast=True)  # as in rounded(); a call costs the interpreter milliseconds
             bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
             rounded = bits.to(tl.float32, bitcast=True)
             mean = mean * fade[:, None] + tl.dot(rounded, values.to(tl.float32))
@@ -113,39 +103,6 @@ def _split_kernel(
     tl.store(parts + place[:, None] * DIM + dim[None, :], mean)
     tl.store(sums + place * 2, top)
     tl.store(sums + place * 2 + 1, total)
-
-
-@triton.jit
-def _merge_kernel(
-    parts,
-    sums,
-    gate,
-    lengths,
-    out,
-    gate_row,
-    out_row,
-    heads,
-    SPLITS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
-    sequence = tl.program_id(1).to(tl.int64)
-    if tl.load(lengths + sequence) < 0:
-        return
-    head, split, dim = tl.program_id(0) * HEADS + tl.arange(0, HEADS), tl.arange(0, WIDTH), tl.arange(0, DIM)
-    place = (sequence * heads + head[None, :]) * SPLITS + split[:, None]
-    there = split[:, None] < SPLITS
-    top = tl.load(sums + place * 2, mask=there, other=float("-inf"))
-    total = tl.load(sums + place * 2 + 1, mask=there, other=0.0)
-    part = tl.load(parts + place[:, :, None] * DIM + dim[None, None, :], mask=there[:, :, None], other=0.0)
-    weight = tl.exp2(top - tl.max(top, 0)[None, :])
-    mean = tl.sum(part * weight[:, :, None], 0) / tl.sum(total * weight, 0)[:, None]
-    column = head[:, None] * DIM + dim[None, :]
-    opened = tl.sigmoid(tl.load(gate + sequence * gate_row + column).to(tl.float32))
-    gated = _rounded(mean, INTERPRETED) * _rounded(opened, INTERPRETED)
-    tl.store(out + sequence * out_row + column, _rounded(gated, INTERPRETED).to(tl.bfloat16))
 
 
 def choose(workload: Workload) -> dict[str, Any]:
@@ -207,7 +164,7 @@ def triton_split(
         num_stages=num_stages,
     )
     merged = heads if interpreted else 1
-    _merge_kernel[(heads // merged, batch)](
+    merge_kernel[(heads // merged, batch)](
         parts,
         sums,
         gate,
