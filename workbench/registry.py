@@ -34,6 +34,7 @@ GROUP = "workbench.variants"
 DISTRIBUTIONS = {
     "fla": "flash-linear-attention",
     "flashinfer": "flashinfer-python",
+    "psycopg": "'psycopg[binary]'",
     "pynvml": "nvidia-ml-py",
     "tvm": "apache-tvm-ffi",
 }

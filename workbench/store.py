@@ -126,7 +126,11 @@ class Store:
 
     def _unusable(self, fault: BaseException | None) -> UsageError:
         cause = str(getattr(fault, "orig", None) or fault).splitlines()[0]
-        return UsageError(f"store={self.shown} can't be used: {cause}; name another with store=PATH")
+        from workbench.registry import install_command  # brings torch, which reading a store does without
+
+        driver = fault.name if isinstance(fault, ModuleNotFoundError) else None
+        remedy = f"{install_command(driver)}, or name" if driver else "name"
+        return UsageError(f"store={self.shown} can't be used: {cause}; {remedy} another with store=PATH")
 
     def _prepare_folder(self, create: bool) -> None:
         if not self.url.startswith("sqlite:///"):

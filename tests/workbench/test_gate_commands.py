@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from workbench import __main__ as shell
+from workbench.gate.selftest import Outcome
 
 Call = Callable[..., "Done"]
 
@@ -130,3 +131,22 @@ def test_an_interrupted_check_shows_what_it_has_and_what_is_left(
     assert left in " ".join(done.stdout.split())
     done = workbench(*words, "--json")
     assert done.returncode == 130 and len(json.loads(done.stdout)) == 1
+
+
+def test_an_interrupted_selftest_shows_what_it_has_and_what_is_left(
+    workbench: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def selftest(contract: object, *, report: Callable[[Outcome], None], **settings: object) -> None:
+        report(Outcome("law", "law", "the law itself passes", False, True))
+        report(Outcome("mutant", "one", "a rule bent", True, True))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("workbench.gate.selftest.selftest", selftest)
+    words = ("selftest", "op=residual_rmsnorm,sampling", "seed=3")
+    done = workbench(*words)
+    assert done.returncode == 130 and "killed 1 of 1 mutants" in done.stdout
+    left = "what is left: workbench selftest seed=3 op=residual_rmsnorm,sampling"
+    assert left in " ".join(done.stdout.split())
+    done = workbench(*words, "--json")
+    entry = json.loads(done.stdout)
+    assert done.returncode == 130 and entry["mutants"][0]["mutant"] == "one" and not entry["ok"]

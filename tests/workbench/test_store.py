@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sqlite3
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +186,12 @@ def test_another_schema_is_refused(tmp_path: Path) -> None:
         connection.execute(f"UPDATE workbench SET schema = {SCHEMA + 1}")
     with pytest.raises(UsageError, match=f"has schema {SCHEMA + 1}, this workbench writes {SCHEMA}"):
         Store(str(path))
+
+
+def test_a_missing_driver_is_told_with_the_command_that_brings_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "psycopg", None)
+    with pytest.raises(UsageError, match=r"pip install 'psycopg\[binary\]', or name another"):
+        Store("postgresql://me:secret@localhost/db")
 
 
 def test_password_is_not_shown(tmp_path: Path) -> None:

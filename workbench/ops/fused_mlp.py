@@ -146,6 +146,6 @@ CONTRACT = Contract(
         {"tokens": 3, "hidden": 128, "intermediate": 512, "format": "w4a16"},
         {"tokens": 4, "hidden": 256, "intermediate": 384, "format": "fp8_block"},
         {"tokens": 1, "hidden": 64, "intermediate": 4096},
-        {"tokens": 8193, "hidden": 16, "intermediate": 24},
+        *({"tokens": t, "hidden": 16, "intermediate": 24} for t in (8192, 8193)),
     ),
 )

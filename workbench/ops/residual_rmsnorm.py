@@ -137,6 +137,6 @@ CONTRACT = Contract(
         *({"tokens": t, "hidden": 256} for t in (63, 64, 65, 127, 128)),
         *({"tokens": 3, "hidden": h} for h in (96, 4097)),
         {"tokens": 2, "hidden": 16384},
-        {"tokens": 8193, "hidden": 32},
+        *({"tokens": t, "hidden": 32} for t in (8192, 8193)),
     ),
 )
