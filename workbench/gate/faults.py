@@ -264,7 +264,10 @@ def faults() -> tuple[Fault, ...]:
         ),
         Fault("wrong_at_63", "right one key before a block's edge", _WRONG, _spoiled, at=(_LENGTHS, 63)),
         Fault("wrong_at_8192", "right where sparse begins", _WRONG, _spoiled, at=(_LENGTHS, 8192)),
-        Fault("wrong_at_batch_3", "right for a batch that is no power of two", _WRONG, _spoiled, at=(("batch", "tokens"), 3)),
+        Fault(
+            "wrong_at_batch_3", "right for a batch that is no power of two", _WRONG, _spoiled,
+            at=(("batch", "tokens"), 3),
+        ),
         Fault(
             "other_stream", "complete on the caller's stream", _WRONG | {Kind.WRONG_STREAM, Kind.LATE_WRITE},
             _other_stream, cuda=True,
